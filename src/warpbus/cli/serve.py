@@ -108,7 +108,9 @@ def serve(
     copies: dict[str, Any],
     served_model_name: Annotated[
         list[str] | None,
-        typer.Option(help="model names in the API, one per model; default: the names of their directories"),
+        typer.Option(
+            help="model names in the API, one per model; default: the names of their directories, and MODELS as given"
+        ),
     ] = None,
     adapter: Annotated[
         list[str] | None,
@@ -135,7 +137,9 @@ def serve(
         # Processes that the model has no heads for are refused below; starting them would only delay that.
         if replicas.most == 1 and all(_has_heads(name, engine.tensor_parallel) for name in models):
             start_processes(engine)
-        _serve(models, names, options, engine, replicas, adapter or [])
+        # Programs that were written for other servers send the argument itself.
+        aliases = [None if served_model_name else model for model in models]
+        _serve(models, names, aliases, options, engine, replicas, adapter or [])
     finally:
         end_early()
 
@@ -153,6 +157,7 @@ def _has_heads(model: str, processes: int) -> bool:
 def _serve(
     models: Sequence[str],
     names: Sequence[str],
+    aliases: Sequence[str | None],
     options: ServerOptions,
     engine: ServiceOptions,
     replicas: ReplicaOptions,
@@ -176,7 +181,10 @@ def _serve(
     handler.setFormatter(formatter(options.log_format))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("warpbus").setLevel(logging.INFO)
-    wanted = [ModelToServe(name, path, adapters[name]) for name, path in zip(names, directories, strict=True)]
+    wanted = [
+        ModelToServe(name, path, adapters[name], alias)
+        for name, path, alias in zip(names, directories, aliases, strict=True)
+    ]
     with ExitStack() as loading:
         show = loading.enter_context(progress_bar(of_bytes=True))
 

@@ -41,11 +41,16 @@ _SECONDS_TO_TELL = 5
 
 @dataclass(frozen=True)
 class ModelToServe:
-    """A model directory and the model's name in requests; the names and directories of its adapters."""
+    """A model directory and the model's name in requests; the names and directories of its adapters.
+
+    Attributes:
+        alias: another name that requests may give; None: there is none.
+    """
 
     name: str
     directory: Path
     adapters: tuple[tuple[str, str], ...] = ()
+    alias: str | None = None
 
 
 def serve(
@@ -112,7 +117,7 @@ async def _serve(
 ) -> None:
     models = Models()
     for one in wanted:
-        models.add(one.name, adapters=[name for name, _ in one.adapters])
+        models.add(one.name, adapters=[name for name, _ in one.adapters], alias=one.alias)
     app = create_app(models, options, traced)
     server = make_server(app, options, app.state.running)
     loop = asyncio.get_running_loop()

@@ -259,12 +259,25 @@ class Models:
 
     def __init__(self) -> None:
         self._models: dict[str, Model] = {}
+        self._aliases: dict[str, str] = {}
 
-    def add(self, name: str, service: ServiceProtocol | None = None, *, adapters: Iterable[str] = ()) -> Model:
+    def add(
+        self,
+        name: str,
+        service: ServiceProtocol | None = None,
+        *,
+        adapters: Iterable[str] = (),
+        alias: str | None = None,
+    ) -> Model:
         """Add a model, which may be loaded later (`Model.loaded`), and its adapters.
+
+        Args:
+            alias: another name by which `find` finds it, unless a model or an adapter is called so.
 
         Raises UsageError if one of the names is already in use.
         """
+        if alias is not None:
+            self._aliases[alias] = name
         model = Model(name)
         for one in (model, *(Model(adapter, model) for adapter in adapters)):
             if one.name in self._models:
@@ -296,9 +309,11 @@ class Models:
         return [model for model in self.all() if model.base is None]
 
     def find(self, name: str | None) -> Model:
-        """The model of this name, or the first. RequestError (404) if there is none."""
+        """The model of this name or alias, or the first. RequestError (404) if there is none."""
         if name is None and self._models:
             return next(iter(self._models.values()))
+        if name is not None and name not in self._models:
+            name = self._aliases.get(name, name)
         if name not in self._models:
             raise RequestError(
                 404,

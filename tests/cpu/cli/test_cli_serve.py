@@ -48,7 +48,8 @@ def test_flags_reach_server_and_service(calls, tmp_path):
     assert result.exit_code == 0, result.output
     [(wanted, options, service, replicas)] = calls
     assert [one.name for one in wanted] == ["some-model", "glm-poet"]
-    assert wanted[0] == ModelToServe("some-model", tmp_path / "some-model")
+    assert wanted[0] == ModelToServe("some-model", tmp_path / "some-model", alias=str(tmp_path / "some-model"))
+    assert wanted[1].alias == "demo"
     assert options.api_keys == ("key-from-flag", "key-from-file-1", "key-from-file-2", "key-from-environment")
     assert (options.port, options.max_n, options.max_tokens, options.shutdown_timeout) == (9000, 3, 77, 5.0)
     assert (options.allow_origins, options.allowed_hosts) == (("https://a.example",), ("box",))
@@ -90,7 +91,7 @@ def test_what_cannot_be_served_is_refused(arguments, error, message):
 
 def test_names_can_be_given(calls):
     assert invoke("demo", "demo", "--served-model-name", "a", "--served-model-name", "b").exit_code == 0
-    assert [one.name for one in calls[0][0]] == ["a", "b"]
+    assert [(one.name, one.alias) for one in calls[0][0]] == [("a", None), ("b", None)]
 
 
 def test_a_port_in_use_is_reported_before_a_model_is_loaded():

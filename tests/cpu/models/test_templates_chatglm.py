@@ -197,8 +197,14 @@ def test_template_of_an_unknown_form(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_glm4(tmp_path))
     path = tmp_path / "tokenizer_config.json"
     path.write_text(json.dumps({"chat_template": [{"name": "rag", "template": "x"}]}))
-    with pytest.raises(CheckpointError, match="neither a text nor a list with a template named default"):
+    with pytest.raises(CheckpointError, match="has the chat templates rag, but none named default"):
         find_template(tmp_path, CHATGLM, tokenizer)
+    for malformed in (3, ["x"], [{"name": "default"}], [{"name": "default", "template": 3}]):
+        path.write_text(json.dumps({"chat_template": malformed}))
+        with pytest.raises(
+            CheckpointError, match=r"tokenizer_config\.json: chat_template is neither a text nor a list"
+        ):
+            find_template(tmp_path, CHATGLM, tokenizer)
     path.write_text("{")
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: is not JSON"):
         find_template(tmp_path, CHATGLM, tokenizer)

@@ -7,6 +7,8 @@ from openai import BadRequestError, NotFoundError
 from serving_fakes import STOP
 
 from warpbus.engine import Grammar
+from warpbus.server.registry import Models
+from warpbus.server.request_error import RequestError
 
 HELLO = [{"role": "user", "content": "你好, world"}]
 
@@ -199,6 +201,17 @@ def test_an_answer_can_be_sent_back_as_it_came(client):
     message = ask(client).choices[0].message
     again = ask(client, messages=[*HELLO, message.model_dump(), {"role": "user", "content": "more"}])
     assert again.choices[0].message.content == "more"
+
+
+def test_a_model_is_found_by_its_alias():
+    models = Models()
+    model = models.add("parrot", adapters=["owner/bird"], alias="owner/parrot")
+    models.add("crow", alias="owner/bird")
+    assert models.find("owner/parrot") is model
+    assert models.find("owner/bird").base is model  # a name goes before an alias
+    assert [each.name for each in models.all()] == ["parrot", "owner/bird", "crow"]
+    with pytest.raises(RequestError, match="'owner/crow' is not served here: give one of parrot, owner/bird, crow"):
+        models.find("owner/crow")
 
 
 def test_an_unknown_model_is_not_found(client):
