@@ -30,8 +30,7 @@ from warpbus.kernels import operators
 _INCLUDE = re.compile(r'^\s*#include "(.+)"')
 _SYSTEM = re.compile(r"^\s*#include <(.+)>", re.MULTILINE)
 _RESIDENT = 16  # blocks that the CPU can run together
-_MARK = b"warpbus tensor map"
-
+_MARK = b"warpbus tensor map"  # in the parameters, in the place of one that the program encodes
 _MAIN = Path(__file__).with_name("simulated_main.cu")
 
 
@@ -42,13 +41,11 @@ class Simulation:
     Attributes:
         arch: the architecture that the GPU claims to be.
         multiprocessors: of the GPU.
-        checks: whether each access to memory is checked for races and reads of what was not written.
         launched: the names of the kernels, in order.
     """
 
     arch: str
     multiprocessors: int
-    checks: bool
     launched: list[str] = field(default_factory=list)
     _maps: list[tuple[Any, ...]] = field(default_factory=list)
     _mapped: torch.UntypedStorage | None = None
@@ -111,7 +108,7 @@ class Simulation:
             source = folder / kernel.unit.source.name
             together = cluster == 1 and prod(_three(grid)) <= _RESIDENT
             source.write_text(self._program(kernel.unit, kernel.name, cluster, cooperative=together))
-            (run,) = programs.run_in_orders(source, [place], orders=("forward",), checks=self.checks)
+            (run,) = programs.run_in_orders(source, [place], orders=("forward",))
             assert run.mistake is None, (kernel.label, run.mistake)
             assert run.code == 0, (kernel.label, run.errors[-2000:])
             for number, storage in enumerate(storages.values()):
@@ -145,9 +142,9 @@ class Simulation:
 
 
 @contextmanager
-def simulated(arch: str = "sm_90a", *, multiprocessors: int = 3, checks: bool = False) -> Iterator[Simulation]:
+def simulated(arch: str = "sm_90a", *, multiprocessors: int = 3) -> Iterator[Simulation]:
     """Within the block, the operators of `warpbus.kernels.ops` launch kernels on tensors of the CPU."""
-    simulation = Simulation(arch, multiprocessors, checks)
+    simulation = Simulation(arch, multiprocessors)
     of_block, of_multiprocessor = (227, 228) if arch == "sm_90a" else (163, 164)  # KB of shared memory
     replaced = {
         "shared_memory": lambda device: of_multiprocessor << 10,

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import simulated as simulated_kernels
 import torch
+from cpu_weights import random_weight
 from latent_cases import latent_problem, queries_problem
 from simulated import simulated
 from test_kernels_attention import problem
@@ -33,7 +34,6 @@ from warpbus.kernels.ops.trellis_packed import pack_trellis
 from warpbus.kernels.ops.wna16 import wna16_linear
 from warpbus.kernels.ops.wna16_embedding import wna16_embedding
 from warpbus.kernels.reference.wna8 import wna8_linear as reference_wna8
-from warpbus.qtensor import QTensor, Scheme
 
 Call = Callable[[], Any]
 
@@ -118,12 +118,7 @@ def test_products_of_8_bits(arch, kernel, codes):
 
 
 def packed(scheme, n, k, dtype):
-    scheme = Scheme.parse(scheme)
-    shape = n, scheme.groups(k)
-    codes = torch.randint(0, scheme.max_code + 1, (n, k), dtype=torch.uint8)
-    zeros = torch.randint(0, scheme.max_code + 1, shape, dtype=torch.uint8)
-    scales = ((torch.rand(shape) + 0.5) / (scheme.max_code * k**0.5)).to(dtype)
-    return pack(QTensor.from_codes(scheme, codes, scales, None if scheme.symmetric else zeros), dtype)
+    return pack(random_weight(scheme, n, k, dtype), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
